@@ -1,13 +1,13 @@
 """Measure a run of reinforcement learning with its drafter trained in waits, beside the same run without.
 
     python -m benchmarks.heart [--arms off,waits,...] [--seeds 0] [--lrs 1e-5,...] [--steps N]
-        [--root runs/heart] [--vllm .venv-vllm/bin/python] [--quick]
+        [--slow SLOW] [--root runs/heart] [--vllm .venv-vllm/bin/python] [--quick]
 
-The runs are `aedit run configs/heart.toml --local 2`: two nodes of speeds 1 and 1/2 in one world. All of a
-seed and a learning rate train the same rollouts, so they reach the same rewards after the same steps, and
-only their time differs; the digest of the rollouts shows it. They begin with the policy in `ROOT/policy`,
-which is trained now if it is not there, and the arms `once` with drafters that were trained on its rollouts.
-Policy and drafters are kept, and a run that has ended is not run again.
+The runs are `aedit run configs/heart.toml --local 2`: two nodes in one world, the second SLOW times as slow
+as the first. All of a seed and a learning rate train the same rollouts, so they reach the same rewards
+after the same steps, and only their time differs; the digest of the rollouts shows it. They begin with the
+policy in `ROOT/policy`, which is trained now if it is not there, and the arms `once` with drafters that
+were trained on its rollouts. Policy and drafters are kept, and a run that has ended is not run again.
 
 Arms: off (plain decoding), pool (plain decoding, and the node that waits generates for the slow one), suffix,
 waits (a new drafter learns in the nodes' waits), once-ce and once-tv (trained before the run with
@@ -75,6 +75,7 @@ DRAFTER_MINUTES = 10.0
 BATCHES = 12
 """Batches of a node whose rows are counted for the bound."""
 QUICK = ("--train.steps=4", "--rl.sampling.max-new-tokens=24", "--rl.eval-problems=4")
+SLOW = 2.0
 WANTED = 1.5
 WANTED_USE = 0.8
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
@@ -207,15 +208,16 @@ def run_arm(arm: Arm, seed: int, lr: str, args: argparse.Namespace) -> Result:
     flags = [*arm.flags, f"--seed={seed}", f"--train.lr={lr}"]
     flags += [f"--drafter.pretrained={drafter}"] if arm.once else []
     flags += [f"--train.steps={args.steps}"] if args.steps else []
+    flags += ["--local.slowdown", "1", f"{args.slow:g}"]
     flags += QUICK if args.quick else ()
     config = config_ready(args.root, arm, args.vllm)
     wanted = RLRun(nodes=2, flags=tuple(flags), config=config)
-    return result(arm.name, seed, lr, run_rl(wanted, _place(arm.name, seed, lr, args.root)))
+    return result(arm.name, seed, lr, run_rl(wanted, _place(arm.name, seed, lr, args)))
 
 
-def _place(arm: str, seed: int, lr: str, root: Path) -> Path:
+def _place(arm: str, seed: int, lr: str, args: argparse.Namespace) -> Path:
     """Return the directory of a run."""
-    return root / f"{arm}-{seed}-{lr}"
+    return Path(args.root, f"{arm}-{seed}-{lr}" + (f"-{args.slow:g}" if args.slow != SLOW else ""))
 
 
 def result(arm: str, seed: int, lr: str, run: Run) -> Result:
@@ -277,7 +279,7 @@ def _accepted(nodes: Sequence[Lines], first: float, last: float) -> float:
 # -- the tables
 
 
-def report(found: Sequence[Result]) -> Report:
+def report(found: Sequence[Result], slow: float = SLOW) -> Report:
     """Return the table, each run beside the one without drafts of the same seed, rate and engine."""
     off = {_world(each): each for each in found if each.arm in ("off", "vllm-off")}
     beside = [(each, off.get(_world(each))) for each in found]
@@ -286,7 +288,7 @@ def report(found: Sequence[Result]) -> Report:
     use = [each.used for each, _ in in_waits]
     equal = all(each.digest == base.digest for each, base in beside if base is not None)
     return Report(
-        name="Time of a run, two nodes of speeds 1 and 1/2 in one world",
+        name=f"Time of a run, two nodes in one world, of which one is {slow:g} times as slow",
         method=(
             "`aedit run configs/heart.toml --local 2`: 25.9 M parameters, 2 x 4 rollouts per node and step.",
             "Seconds: after the first step, to the last one. Used: share of the waits. Per pass: by row.",
@@ -392,21 +394,21 @@ MATCH_TOKENS = 8192
 CHAIN = 4
 
 
-def drafters_report(found: Sequence[Result], arms: Mapping[str, Arm], root: Path) -> Report:
+def drafters_report(found: Sequence[Result], arms: Mapping[str, Arm], args: argparse.Namespace) -> Report:
     """Return how the drafter of the end of each run matches the policy of its end, beside the one before.
 
     Both draft for new rollouts of that policy, with the same noise.
     """
     rows, figures = [], []
     for each in found:
-        arm, run_dir = arms[each.arm], _place(each.arm, each.seed, each.lr, root) / "run"
+        arm, run_dir = arms[each.arm], _place(each.arm, each.seed, each.lr, args) / "run"
         trained = drafter_of_run(run_dir)
         if not arm.once or "waits" not in arm.name or trained is None:
             continue
         model = load_run_model(run_dir)[0].train(False).requires_grad_(False)
         held_out = pack_samples(collect_rollouts(model, _prompts(PROMPTS_AT + 1), MATCH_TOKENS), 512)
         ends = policy_ends(model)
-        files = (root / f"drafter-{arm.once}.safetensors", trained)
+        files = (args.root / f"drafter-{arm.once}.safetensors", trained)
         fixed, learned = (
             held_out_match(DraftLayer.load(file, model), held_out, ends, CHAIN).coupled_D for file in files
         )
@@ -473,8 +475,8 @@ def measure(args: argparse.Namespace) -> list[Report] | str:
         found.append(run_arm(arm, seed, lr, args))
         last = found[-1]
         say.print(f"{arm.name}, seed {seed}, {lr}: {last.seconds:.0f} s, {last.accepted:.2f} tokens per pass")
-    reports = [report(found), steps_report(found)]
-    compared = drafters_report(found, names, args.root)
+    reports = [report(found, args.slow), steps_report(found)]
+    compared = drafters_report(found, names, args)
     if compared.rows:
         reports.append(compared)
     off = next((each for each in found if each.arm == "off"), None)
@@ -490,6 +492,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", type=listed, default=usual, metavar="ARM,...")
     parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0])
     parser.add_argument("--lrs", type=listed, default=["1e-5"], metavar="RATE,...", help="learning rates")
+    parser.add_argument("--slow", type=float, default=SLOW, help="how much slower the second node is")
     parser.add_argument("--steps", type=int, default=0, help="instead of the configured number")
     parser.add_argument("--root", type=Path, default=Path("runs/heart"), help="policy, drafters and runs")
     parser.add_argument(

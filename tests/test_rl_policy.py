@@ -95,13 +95,13 @@ def test_answers_end_with_the_end_tokens_of_a_pretrained_model_too(tmp_path):
     assert not any(token in ends for answer in answers for token in answer[:-1])
 
 
-def gradient_of(samples, **rl):
-    """Return gradients, backward passes and metrics of an inner step on `samples`, two at a time."""
+def gradient_of(samples, size=2, **rl):
+    """Return gradients, rows of each pass back, and metrics of a step on `samples`, `size` at a time."""
     config = RunConfig(
         prompts=PromptConfig(source="a.jsonl"),
         model=ModelConfig(),
         rl=RLConfig(**rl),
-        train=TrainConfig(batch_size=2),
+        train=TrainConfig(batch_size=size),
     )
     model = tiny_policies.policy(dtype=torch.float32, loudness=1.0)
     made = PolicyGradient(
@@ -111,10 +111,11 @@ def gradient_of(samples, **rl):
         shards=Shards(),
         device=torch.device("cpu"),
     )
-    calls = []
-    next(model.parameters()).register_post_accumulate_grad_hook(calls.append)
+    rows, learned = [], []
+    model.register_forward_pre_hook(lambda *args: rows.append(len(args[2]["input_ids"])), with_kwargs=True)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: learned.append(rows[-1]))
     made.accumulate(samples, lambda loss: None)
-    return {n: p.grad for n, p in model.named_parameters()}, len(calls), made.means()
+    return {n: p.grad for n, p in model.named_parameters()}, learned, made.means()
 
 
 def samples_with(advantages):
@@ -122,19 +123,20 @@ def samples_with(advantages):
     return [replace(each, advantage=a) for each, a in zip(samples, advantages, strict=True)]
 
 
-@pytest.mark.parametrize(("advantages", "rl", "passes"), [
-    ((0.0, 1.0, None, 0.0, -1.0, 0.0), {}, 1),
-    ((0.0, 1.0, -1.0, 0.5, 0.0, 0.0), {}, 2),
-    ((0.0,) * 6, {}, 1),
-    ((0.0, 1.0, None, 0.0, -1.0, 0.0), {"kl": 0.1}, 3),
-    ((0.0, 1.0, None, 0.0, -1.0, 0.0), {"loss": SPY["rl__loss"]}, 3),
+@pytest.mark.parametrize(("advantages", "size", "rl", "rows"), [
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), 2, {}, [2]),
+    ((0.0, 1.0, -1.0, 0.5, 0.0, 0.0), 2, {}, [2, 1]),
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), 6, {}, [2]),
+    ((0.0,) * 6, 2, {}, [2]),
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), 2, {"kl": 0.1}, [2, 2, 2]),
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), 2, {"loss": SPY["rl__loss"]}, [2, 2, 2]),
 ])  # fmt: skip
-def test_micro_batches_without_a_gradient_have_no_backward_pass(advantages, rl, passes, seen):
+def test_samples_without_a_gradient_have_no_backward_pass(advantages, size, rl, rows, seen):
     """The oracle is a loss of one's own that is the same: of it nothing is known, so all are passed back."""
     samples = samples_with(advantages)
-    found, num_calls, metrics = gradient_of(samples, **rl)
-    whole, all_calls, all_metrics = gradient_of(samples, **rl | {"loss": SPY["rl__loss"]})
-    assert (num_calls, all_calls) == (passes, 3)
+    found, learned, metrics = gradient_of(samples, size, **rl)
+    whole, all_learned, all_metrics = gradient_of(samples, size, **rl | {"loss": SPY["rl__loss"]})
+    assert (learned, sum(all_learned)) == (rows, 6)
     assert metrics == pytest.approx(all_metrics)
     for name, value in whole.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-8)

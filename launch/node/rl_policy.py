@@ -98,13 +98,15 @@ class PolicyGradient:
         the ranks, so each rank's part is multiplied by their number.
 
         Micro-batches without a gradient have a forward pass only, for the metrics. One always has both, as an
-        optimizer does not do the same without gradients as with gradients of 0.
+        optimizer does not do the same without gradients as with gradients of 0. On a node of one rank, no
+        micro-batch mixes samples with and without one; several ranks must have equally many micro-batches.
         """
         if self.audit is not None:
             samples = self.audit.without_excluded(samples)
-        parts = list(micro_batches(samples, self._size))
+        parts = list(micro_batches(samples, self._size, apart=self._needs_signal and self.shards.size == 1))
         trained = [num_trained(sample) for sample in samples]
-        counts = [sum(trained), sum(count > 0 for count in trained), *map(self._has_gradient, parts)]
+        signals = [not self._needs_signal or any(sample.advantage for sample in part) for part in parts]
+        counts = [sum(trained), sum(count > 0 for count in trained), *signals]
         num_tokens, num_sequences, *gradients = self.shards.sum(torch.tensor(counts)).tolist()
         num_tokens, num_sequences = max(1, num_tokens), max(1, num_sequences)
         learner = self.learner if version is not None else None
@@ -124,17 +126,14 @@ class PolicyGradient:
             add_loss(loss.detach() * self.shards.size)
         return int(num_tokens)
 
-    def _has_gradient(self, samples: Sequence[Rollout]) -> bool:
-        """Return whether the loss of these samples can have a gradient.
+    @property
+    def _needs_signal(self) -> bool:
+        """Return whether the loss of a sample has a gradient only with an advantage.
 
         The shipped losses are proportional to the advantage, apart from the KL term. Of other losses nothing
         is known.
         """
-        return (
-            self._settings.kl > 0
-            or self.config.rl.loss not in LOSSES
-            or any(sample.advantage for sample in samples)
-        )
+        return self._settings.kl == 0 and self.config.rl.loss in LOSSES
 
     @torch.no_grad()
     def before_steps(self, parts: Sequence[Sequence[Rollout]], version: int) -> None:
@@ -253,11 +252,16 @@ class PolicyGradient:
         return zeros_BT.masked_scatter(mask_BT, chosen_N), zeros_BT.masked_scatter(mask_BT, entropy_N)
 
 
-def micro_batches(samples: Sequence[Rollout], size: int) -> Iterator[list[Rollout]]:
-    """Yield the samples `size` at a time, those of similar length together, first those with a signal."""
+def micro_batches(samples: Sequence[Rollout], size: int, *, apart: bool = False) -> Iterator[list[Rollout]]:
+    """Yield at most `size` samples at a time, those of similar length together, first those with a signal.
+
+    apart: None has both samples with and without a signal.
+    """
     ordered = sorted(samples, key=lambda sample: (not sample.advantage, _length(sample)))
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+    num_first = sum(bool(sample.advantage) for sample in ordered) if apart else 0
+    for part in (ordered[:num_first], ordered[num_first:]):
+        for start in range(0, len(part), size):
+            yield part[start : start + size]
 
 
 def _length(sample: Rollout) -> int:
