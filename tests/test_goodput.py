@@ -165,6 +165,28 @@ def test_a_drafter_that_becomes_worse_without_a_word_is_dropped(rows, choosing):
     assert sum(off[600:700]) >= 85
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("until", [700, 1100])
+def test_a_drafter_that_has_gained_is_tried_again_soon_whatever_the_budget(rows, until):
+    """Found: after some text that did not repeat itself, plain decoding went on for 1,500 steps."""
+    spent_s = {"auto": 0.0, "off": 0.0}
+    for seed in range(8):
+        agree = {"suffix": lambda step: 0.02 if 400 <= step < until else 0.95}
+        chooser, there = Listening(Goodput(ARMS[-3:])), World(agree, noise=0.05, seed=seed)
+        here = World(agree, noise=0.05, seed=seed)
+        here.run(chooser, rows, 400)
+        there.run(Fixed.of("off"), rows, 400)
+        began_s = here.now_s - there.now_s
+        here.run(chooser, rows, until - 400)
+        there.run(Fixed.of("off"), rows, until - 400)
+        spent_s["off"] += there.now_s
+        spent_s["auto"] += here.now_s - began_s
+        here.run(chooser, rows, 1000)
+        off = [arm.is_off for arm in chooser.arms]
+        assert off[until:].index(False) <= until - 400 + 70, "after 64 steps, then after twice as many"
+    assert spent_s["auto"] < 1.02 * spent_s["off"], "where nothing is accepted it costs hardly anything"
+
+
 def walk(seed):
     """Return a pace that changes by a tenth with each step, between about a half and twice the usual one."""
     draw, at, paces = random.Random(seed), 0.0, []
@@ -483,7 +505,9 @@ def test_where_nothing_is_gained_hardly_anything_is_learned(monkeypatch):
     here.run(chooser, 1, 400)
     learn, compare = chooser.cost.learn, chooser._compare
     monkeypatch.setattr(chooser.cost, "learn", lambda *seen: (timed.append(1), learn(*seen))[1])
-    monkeypatch.setattr(chooser, "_compare", lambda view: (compared.append(1), compare(view))[1])
+    monkeypatch.setattr(
+        chooser, "_compare", lambda view, *more: (compared.append(1), compare(view, *more))[1]
+    )
     here.run(chooser, 1, 400)
     assert 25 <= len(timed) <= 100
     assert 3 <= len(compared) <= 20
@@ -553,7 +577,9 @@ def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch)
     chooser, compared = Goodput(ARMS[:4]), []
     world(USELESS).run(chooser, 1, 300)
     compare = chooser._compare
-    monkeypatch.setattr(chooser, "_compare", lambda view: (compared.append(view), compare(view))[1])
+    monkeypatch.setattr(
+        chooser, "_compare", lambda view, *more: (compared.append(view), compare(view, *more))[1]
+    )
     versions = {"layer": 0, "suffix": 0}
     chooser.exploration_budget_s = -1.0
     chooser.choose(EngineView(1, 100, versions))

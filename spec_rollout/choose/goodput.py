@@ -16,7 +16,7 @@ Uncertain arms are tried in short trials if an optimistic estimate says that the
 decoding is timed again now and then. What is known of an arm that rests is doubted after a while, each time
 after twice as many steps, and it is tried again: texts change, and first steps may mislead. The cost of
 trials, compared with the arm that would have been used, is limited to half a percent of all time, but for the
-first pass over drafts of each size.
+first pass over drafts of each size, and the next trials of a drafter that was in use before plain decoding.
 
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
@@ -216,20 +216,27 @@ class Goodput:
         is_due = self._steps >= self._next_compare or (self._may_learn and not same)
         if trial is None and not is_due and view.has(self.arm):
             return self.arm
-        for kind, version in view.versions.items():
-            if kind in self.drafters:
-                self.drafters[kind].begin_step(version, self._steps, is_off=self.arm.is_off)
+        again = [
+            kind
+            for kind, version in view.versions.items()
+            if kind in self.drafters
+            and self.drafters[kind].begin_step(version, self._steps, is_off=self.arm.is_off)
+        ]
         if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.num_left:
             return trial.arm
         if last is not None and last.versions != view.versions:
             self._last_gain = self._steps
         self._trial, self._compared = None, view
         self._sizes.clear()
-        self._compare(view)
+        self._compare(view, again)
         interval = COMPARE_STEPS if self._stats_of(view, self.arm).num_played >= RETRY_STEPS else 2
         if self._is_timed_enough(view.rows):
             interval *= SPARSE_FACTOR
         self._next_compare = self._steps + interval
+        if self.arm.is_off:
+            there = [each for kind, each in self.drafters.items() if kind in view.versions]
+            retries = [each.next_retry for each in there if each.last_gain]
+            self._next_compare = max(self._steps + 1, min([self._next_compare, *retries]))
         return self.arm if self._trial is None else self._trial.arm
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int | list[int]:
@@ -499,8 +506,11 @@ class Goodput:
             return 0.0
         return self.cost.draft_s(arm, view.rows, missing) - self.cost.draft_s(arm, view.rows)
 
-    def _compare(self, view: EngineView) -> None:
-        """Choose the arm to use from now on, and perhaps start a trial of another."""
+    def _compare(self, view: EngineView, again: Sequence[str] = ()) -> None:
+        """Choose the arm to use from now on, and perhaps start a trial of another.
+
+        again: Drafters that have not drafted for so long that they are to be tried again.
+        """
         expected = {arm: self._predict(view, arm) for arm in self.arms if view.has(arm)}
         values = {arm: tokens / seconds for arm, (tokens, seconds) in expected.items()}
         if self.arm not in values:
@@ -526,6 +536,11 @@ class Goodput:
         elif self._must_retime(view, values):
             self._is_confirmed, self._retime_steps = True, min(2 * self._retime_steps, MAX_RETIME_STEPS)
             self._trial = Trial(OFF, bucket(view.rows), _trial_length(view, OFF), is_free=True)
+            return
+        gained = [arm for arm in values if arm.drafter in again and self.drafters[arm.drafter].last_gain]
+        if self.arm.is_off and gained:  # the text may be such again: no budget may be in the way
+            cheapest = min(gained, key=lambda arm: self._trial_cost_s(view, arm, *expected[arm]))
+            self._trial = Trial(cheapest, bucket(view.rows), _trial_length(view, cheapest), is_free=True)
             return
         if self.exploration_budget_s < 0:
             return

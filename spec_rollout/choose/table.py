@@ -493,20 +493,30 @@ class Acceptance:
         """Return the weighted number of observed rows."""
         return self._reached[0] if self._reached else 0.0
 
-    def begin_step(self, version: int, step: int, *, is_off: bool) -> None:
+    def begin_step(self, version: int, step: int, *, is_off: bool) -> bool:
         """Prepare for a step. Observations of older versions weigh less, and those of long ago nothing.
 
         Args:
             version: Version of the drafter's weights.
             step: Number of the step.
             is_off: Plain decoding is in use.
+
+        Returns:
+            Whether those of long ago have been dropped: the drafter is to be tried again.
         """
         if self.version is not None and version != self.version:
             self._fade(VERSION_DECAY)
         self.version = version
-        if step - self.last_used >= retry_steps(step, self.last_gain, is_off=is_off):
+        is_old = step - self.last_used >= retry_steps(step, self.last_gain, is_off=is_off)
+        if is_old:
             self._fade(0.0)
             self.last_used = step
+        return is_old
+
+    @property
+    def next_retry(self) -> int:
+        """Return the step at which the drafter is to be tried again if plain decoding goes on."""
+        return max(self.last_used + RETRY_STEPS, 2 * self.last_used - self.last_gain)
 
     def chances(self, arm: Arm, bins: Bins) -> Floats:
         """Return the chance that the path to each node is accepted, (B, N)."""
