@@ -197,6 +197,7 @@ def simulated():
     logging.disable(logging.CRITICAL)
     usual = gc.get_threshold()
     gc.set_threshold(200_000, *usual[1:])  # a ninth of the time would be collections
+    gc.freeze()
     try:
         for patch in patches:
             patch.start()
@@ -205,6 +206,7 @@ def simulated():
         for patch in patches:
             patch.stop()
         logging.disable(logging.NOTSET)
+        gc.unfreeze()
         gc.set_threshold(*usual)
 
 
