@@ -187,6 +187,21 @@ def test_a_drafter_that_has_gained_is_tried_again_soon_whatever_the_budget(rows,
     assert spent_s["auto"] < 1.02 * spent_s["off"], "where nothing is accepted it costs hardly anything"
 
 
+def test_a_trial_after_other_text_says_more_than_all_before():
+    """Found: a trial of 32 rows was outweighed by 700 rows of text that did not repeat itself."""
+    before, now, drafts = Acceptance(), Acceptance(), [[16.0, 16.0]] * 2
+    for each in (before, now):
+        for _ in range(60):
+            each.count(ARMS[1], 16, [0.0, 0.0])
+    now.doubt()
+    for each in (before, now):
+        for sums in drafts:
+            each.count(ARMS[1], 16, sums)
+    assert now.num_rows < 100 < before.num_rows
+    assert before.expected(ARMS[1]) < 1.2
+    assert now.expected(ARMS[1]) > 1.4
+
+
 def walk(seed):
     """Return a pace that changes by a tenth with each step, between about a half and twice the usual one."""
     draw, at, paces = random.Random(seed), 0.0, []

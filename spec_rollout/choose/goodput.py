@@ -229,6 +229,8 @@ class Goodput:
         self._trial, self._compared = None, view
         self._sizes.clear()
         self._compare(view, again)
+        if self._trial is not None and self.arm.is_off:
+            self.drafters[self._trial.arm.drafter].doubt()
         interval = COMPARE_STEPS if self._stats_of(view, self.arm).num_played >= RETRY_STEPS else 2
         if self._is_timed_enough(view.rows):
             interval *= SPARSE_FACTOR

@@ -395,6 +395,9 @@ MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
 RETRY_STEPS, RETRY_SHARE = 64, 0.5
 """Steps without an arm, or without all of a drafter, after which what is known of it is doubted, and their
 share of the steps since it was last in use: it is tried again each time after twice as many steps."""
+DOUBTED_ROWS = 64.0
+"""Rows that the observations of a drafter count at most when it is tried while plain decoding is in use: the
+text has changed since, and a trial is of some 30 rows."""
 RETRY_BESIDE = 1024
 """The same while another arm is in use, which gains something."""
 
@@ -512,6 +515,10 @@ class Acceptance:
             self._fade(0.0)
             self.last_used = step
         return is_old
+
+    def doubt(self) -> None:
+        """Let new observations weigh more than those before, which are of other text."""
+        self._fade(min(DOUBTED_ROWS / max(self.num_rows, DOUBTED_ROWS), 1.0))
 
     @property
     def next_retry(self) -> int:
