@@ -32,7 +32,7 @@ from kit.failover.world import Fault, Process, World
 from aedit.async_sgd.replication import mirror
 from aedit.system import num_cores, write_atomically
 
-FAST, PARTS, SLOW, MOST = 400, 5, 100_000, 300
+FAST, PARTS, SLOW, MOST = 200, 3, 100_000, 300
 """Histories of one part of `make test`, number of parts, histories in `make test-slow`, and until a mistake
 must be found."""
 LINE_S = 60.0

@@ -7,7 +7,7 @@ from aedit.launch.config import RunConfig, difference, method, parse_config, to_
 from aedit.launch.config.fields import defaults
 from aedit.proto.rpc import PROTOCOL
 
-DEFAULTS = {7: "e6b9ad8943c749f1"}
+DEFAULTS = {7: "9b059f9d7664595c"}
 """SHA-256, by protocol number, of the names and defaults of all settings that decide the result."""
 
 

@@ -511,7 +511,7 @@ class Goodput:
     def _compare(self, view: EngineView, again: Sequence[str] = ()) -> None:
         """Choose the arm to use from now on, and perhaps start a trial of another.
 
-        again: Drafters that have not drafted for so long that they are to be tried again.
+        again: Drafters whose old observations have been dropped, which are to be tried again.
         """
         expected = {arm: self._predict(view, arm) for arm in self.arms if view.has(arm)}
         values = {arm: tokens / seconds for arm, (tokens, seconds) in expected.items()}
