@@ -76,6 +76,7 @@ BATCHES = 12
 """Batches of a node whose rows are counted for the bound."""
 QUICK = ("--train.steps=4", "--rl.sampling.max-new-tokens=24", "--rl.eval-problems=4")
 SLOW = 2.0
+"""How much slower the second node is, as in the configuration."""
 WANTED = 1.5
 WANTED_USE = 0.8
 _auto: Any = AutoModelForCausalLM  # its methods carry no types

@@ -187,6 +187,15 @@ def test_a_drafter_that_has_gained_is_tried_again_soon_whatever_the_budget(rows,
     assert spent_s["auto"] < 1.02 * spent_s["off"], "where nothing is accepted it costs hardly anything"
 
 
+@pytest.mark.parametrize(("used", "gain"), [(100, 90), (100, 36), (100, 7), (501, 300), (900, 1)])
+def test_the_next_retry_is_the_first_step_at_which_old_observations_are_dropped(used, gain):
+    acceptance = Acceptance()
+    acceptance.last_used, acceptance.last_gain = used, gain
+    expected = acceptance.next_retry
+    found = next(step for step in itertools.count(used) if acceptance.begin_step(0, step, is_off=True))
+    assert found == expected
+
+
 def test_a_trial_after_other_text_says_more_than_all_before():
     """Found: a trial of 32 rows was outweighed by 700 rows of text that did not repeat itself."""
     before, now, drafts = Acceptance(), Acceptance(), [[16.0, 16.0]] * 2

@@ -42,6 +42,7 @@ def test_the_runs_are_the_shipped_one_with_the_policy_and_the_engine_of_the_arm(
     assert (run.rl, run.train, run.edit, run.outer, run.local) == (
         shipped.rl, shipped.train, shipped.edit, shipped.outer, shipped.local,
     )  # fmt: skip
+    assert shipped.local.slowdown == (1.0, heart.SLOW)
     assert run.rollout.vllm.python == (str(python) if arm.uses_vllm else "")
     flagged = load(config_ready(tmp_path, arm, python), arm.flags).config
     assert flagged.rl.engine == ("vllm" if arm.name.startswith("vllm") else "aedit")

@@ -236,8 +236,11 @@ class Goodput:
             interval *= SPARSE_FACTOR
         self._next_compare = self._steps + interval
         if self.arm.is_off:
-            there = [each for kind, each in self.drafters.items() if kind in view.versions]
-            retries = [each.next_retry for each in there if each.last_gain]
+            retries = [
+                each.next_retry
+                for kind, each in self.drafters.items()
+                if kind in view.versions and each.last_gain
+            ]
             self._next_compare = max(self._steps + 1, min([self._next_compare, *retries]))
         return self.arm if self._trial is None else self._trial.arm
 

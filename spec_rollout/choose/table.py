@@ -395,11 +395,11 @@ MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
 RETRY_STEPS, RETRY_SHARE = 64, 0.5
 """Steps without an arm, or without all of a drafter, after which what is known of it is doubted, and their
 share of the steps since it was last in use: it is tried again each time after twice as many steps."""
+RETRY_BESIDE = 1024
+"""The same while another arm is in use, which gains something."""
 DOUBTED_ROWS = 64.0
 """Rows that the observations of a drafter count at most when it is tried while plain decoding is in use: the
 text has changed since, and a trial is of some 30 rows."""
-RETRY_BESIDE = 1024
-"""The same while another arm is in use, which gains something."""
 
 
 def retry_steps(step: int, last_gain: int, *, is_off: bool) -> float:
@@ -523,7 +523,8 @@ class Acceptance:
     @property
     def next_retry(self) -> int:
         """Return the step at which the drafter is to be tried again if plain decoding goes on."""
-        return max(self.last_used + RETRY_STEPS, 2 * self.last_used - self.last_gain)
+        share = (self.last_used - RETRY_SHARE * self.last_gain) / (1 - RETRY_SHARE)
+        return max(self.last_used + RETRY_STEPS, math.ceil(share))
 
     def chances(self, arm: Arm, bins: Bins) -> Floats:
         """Return the chance that the path to each node is accepted, (B, N)."""

@@ -311,8 +311,7 @@ def dppo_tv(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     """
     (r_BT, w_BT), mask_BT = ratios(inputs, settings), inputs.mask_BT
     A_B1 = inputs.advantages_B[:, None]
-    is_engine = settings.old_logprobs == "engine" or settings.importance != "off"
-    old_BT = inputs.behaviour_BT if is_engine else proximal_of(inputs, settings)
+    old_BT = proximal_of(inputs, settings) if settings.importance == "off" else inputs.behaviour_BT
     p_BT, mu_BT = (x.detach().to(r_BT.dtype).exp() for x in (inputs.logp_BT, old_BT))
     moved_BT = p_BT - mu_BT
     masked_BT = (A_B1 > 0) & (moved_BT > settings.clip_high) | (A_B1 < 0) & (moved_BT < -settings.clip_low)
