@@ -196,6 +196,20 @@ def test_the_next_retry_is_the_first_step_at_which_old_observations_are_dropped(
     assert found == expected
 
 
+def test_old_text_weighs_little_in_trials_and_no_retry_is_late():
+    here = World({"suffix": lambda step: 0.95 if step < 200 else 0.02}, noise=0.05)
+    chooser, num_trials = Goodput(ARMS[-3:]), 0
+    for _ in range(900):
+        seen, drafter = here.play(chooser, 16, 16 * 300), chooser.drafters["suffix"]
+        if seen is None or not chooser.arm.is_off or not drafter.last_gain:
+            continue
+        assert chooser._next_compare <= max(drafter.next_retry, seen.skipped.num_steps + chooser._steps + 1)
+        if not seen.arm.is_off:
+            num_trials += 1
+            assert drafter.num_rows <= 64 + 2 * 16
+    assert num_trials >= 3
+
+
 def test_a_trial_after_other_text_says_more_than_all_before():
     """Found: a trial of 32 rows was outweighed by 700 rows of text that did not repeat itself."""
     before, now, drafts = Acceptance(), Acceptance(), [[16.0, 16.0]] * 2
